@@ -1,0 +1,1 @@
+"""Records, tables, migrations and queries by noun; rows never leave this package."""
