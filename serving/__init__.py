@@ -1,0 +1,1 @@
+"""The replica, the gateway, the fast controller, wire formats and the load generator."""

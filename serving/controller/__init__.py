@@ -1,0 +1,1 @@
+"""The fast timescale: every time slot, observe, decide, apply."""

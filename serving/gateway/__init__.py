@@ -1,0 +1,1 @@
+"""The contract of a single server in front of the fleet."""

@@ -1,0 +1,1 @@
+"""Open-loop load from public traces, and the report on it."""

@@ -1,0 +1,1 @@
+"""One backbone that answers requests and is fine-tuned at the same time."""

@@ -1,0 +1,1 @@
+"""Wire formats to domain types and back; pure."""
