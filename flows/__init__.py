@@ -1,0 +1,1 @@
+"""Prefect flows: federated rounds, their schedule, evaluation, promotion."""
