@@ -140,7 +140,10 @@ class TrainWork(Work, Protocol):
     """Supervised tokens so far."""
 
     def shadow(self) -> LoraWeights:
-        """The shadow's factors (both, trained or not) as of the last step; what is returned never changes."""
+        """The shadow's factors (both, trained or not) as of the last step; what is returned never changes.
+
+        From the first slice on, also of work that goes on from another process's state.
+        """
         ...
 
     def state(self) -> TrainState:

@@ -34,13 +34,19 @@ class RoundNote(Body):
     """Name of the rows that it is trained on."""
     steps: int
     tokens: int
-    published_steps: int
+    candidate_steps: int
+    """Steps of the latest candidate."""
     loss_first: float | None
     loss_last: float | None
     best_ce: float | None
     """Of what was probed so far."""
     started_s: float
     """Wall clock."""
+
+    @property
+    def untried(self) -> bool:
+        """Whether this very state is a candidate: its probe comes before the next step, so it was still to come."""
+        return 0 < self.steps == self.candidate_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,9 @@ class Shadow:
         """None while the probe scores the base."""
         self._best_ce = None if note is None else note.best_ce
         self._queued: Candidate | None = None
-        self._published_steps = 0 if note is None else note.published_steps
+        self._candidate_steps = 0 if note is None else note.candidate_steps
+        self._untried = note is not None and note.untried
+        """What is gone on from is a candidate; its copy can be taken once the trainer has it, after one slice."""
         self._steps, self._tokens = (0, 0) if note is None else (note.steps, note.tokens)
         self._loss_first, self._loss_last = (None, None) if note is None else (note.loss_first, note.loss_last)
         self._store_key: str | None = None
@@ -143,6 +145,9 @@ class Shadow:
             if publishing and self._due(report.state):
                 self._queued = self._candidate()
             saved = self._save(report.state)
+        elif self._untried and publishing and report.state is not WorkState.FAILED:
+            self._queued = self._candidate()
+        self._untried = False
         if report.state is WorkState.FAILED:
             self.fail(report.reason or "training failed")
         result: LoraWeights | None = None
@@ -207,7 +212,7 @@ class Shadow:
 
     def _due(self, state: WorkState) -> bool:
         every = self.body.swap_every
-        if every == 0 or self._steps == self._published_steps:
+        if every == 0 or self._steps == self._candidate_steps:
             return False
         return self._steps % every == 0 or state is WorkState.DONE
 
@@ -223,7 +228,7 @@ class Shadow:
             rows_sha256=self._rows_sha256,
             steps=self._steps,
             tokens=self._tokens,
-            published_steps=self._published_steps,
+            candidate_steps=self._candidate_steps,
             loss_first=self._loss_first,
             loss_last=self._loss_last,
             best_ce=self._best_ce,
@@ -235,7 +240,7 @@ class Shadow:
         assert self._train is not None
         begin_s = self._clock.monotonic()
         weights = self._train.shadow()
-        self._published_steps = self._steps
+        self._candidate_steps = self._steps
         version = Version(
             adapter=self.base.adapter,
             uid=local_uid(self._replica_id, self.lineage, self.round_id, self._steps),

@@ -341,13 +341,16 @@ def test_training_goes_on_from_a_saved_state_bit_for_bit(tmp_path: Path, checkpo
     )
     whole = packs.train(task, base, ROWS)
     states: list[TrainState] = []
+    shadows: dict[int, LoraWeights] = {}
     running = True
     while running:
         report = whole.slice()
         running = report.state is WorkState.RUNNING
         if report.step_ended and whole.steps in (1, 4):
             states.append(whole.state())
+            shadows[whole.steps] = whole.shadow()
     states.append(whole.state())
+    shadows[whole.steps] = whole.shadow()
     assert whole.steps * task.rows_per_step > 2 * len(ROWS)
     file = Checkpoints(tmp_path / "x.safetensors")
     for state in states:
@@ -356,7 +359,10 @@ def test_training_goes_on_from_a_saved_state_bit_for_bit(tmp_path: Path, checkpo
         assert read is not None
         again = trainer(backbone).train(task, base, ROWS, read.state)
         assert (again.steps, again.tokens) == (state.steps, state.tokens)
-        finish(again)
+        ended = again.slice().state is WorkState.DONE
+        assert all(t.tobytes() == again.shadow().tensors[n].tobytes() for n, t in shadows[state.steps].tensors.items())
+        if not ended:
+            finish(again)
         assert (again.steps, again.tokens) == (whole.steps, whole.tokens)
         for name, tensor in whole.shadow().tensors.items():
             assert tensor.tobytes() == again.shadow().tensors[name].tobytes(), name
@@ -370,7 +376,7 @@ def note(state: TrainState) -> RoundNote:
         swap_every=0, seed=7, deadline_s=9,
     )  # fmt: skip
     return RoundNote(
-        body=body, rows_sha256="", steps=state.steps, tokens=state.tokens, published_steps=0, loss_first=0.5,
+        body=body, rows_sha256="", steps=state.steps, tokens=state.tokens, candidate_steps=0, loss_first=0.5,
         loss_last=0.25, best_ce=None, started_s=0.0,
     )  # fmt: skip
 

@@ -233,7 +233,7 @@ def test_a_saved_shadow_goes_on_as_if_nothing_had_happened() -> None:
     assert 2 <= steps <= 4
     clock = ManualClock()
     clock.advance(trainer.clock.wall() - clock.wall())  # the process was away until the other one had ended
-    again, other = make(ces[steps + 1 :], saved, clock, swap_every=1, tokens=220)
+    again, other = make(ces[steps:], saved, clock, swap_every=1, tokens=220)
     status = again.status()
     assert (status.steps, status.tokens, status.loss_first) == (steps, 22 * steps, whole.status().loss_first)
     rest = run(again)
@@ -242,7 +242,7 @@ def test_a_saved_shadow_goes_on_as_if_nothing_had_happened() -> None:
     def labels(progress: list[Progress]) -> list[str]:
         return [p.candidate.version.label for p in progress if p.candidate is not None]
 
-    assert labels(rest) == [label for label in labels(progress) if int(label.partition("+")[2]) > steps]
+    assert labels(rest) == [label for label in labels(progress) if int(label.partition("+")[2]) >= steps]
     ended = next(p.result for p in rest if p.result is not None)
     assert all(array.tobytes() == result.tensors[name].tobytes() for name, array in ended.tensors.items())
     told = {"steps", "tokens", "loss_first", "loss_last"}
@@ -250,10 +250,49 @@ def test_a_saved_shadow_goes_on_as_if_nothing_had_happened() -> None:
 
     finished = next(p.saved for p in progress if p.saved is not None and p.result is not None)
     late, _ = make([], finished, clock, swap_every=1, tokens=220)
-    assert run(late)[-1].result is not None, "only its update is left to hand in"
+    assert run(late, publishing=False)[-1].result is not None, "only its update is left to hand in"
     clock.advance(100)
     overdue, _ = make([], saved, clock, swap_every=1, tokens=220)
     assert overdue.overdue, "the deadline is the round's, not the process's"
+
+
+def published(progress: Sequence[Progress]) -> dict[int, tuple[VersionUid, dict[str, bytes]]]:
+    """Return what passed its probe, by local steps; each uid at most once."""
+    candidates = [p.candidate for p in progress if p.candidate is not None]
+    assert len({c.version.uid for c in candidates}) == len(candidates), "a version was published twice"
+    return {
+        c.version.local_steps: (c.version.uid, {name: a.tobytes() for name, a in c.weights.tensors.items()})
+        for c in candidates
+    }
+
+
+@pytest.mark.parametrize("first", [0.9, 1.2])
+def test_a_candidate_whose_probe_a_kill_cut_short_is_probed_after_the_restart(first: float) -> None:
+    """Whenever it is killed, what is published in the end is what would have been, bit for bit."""
+    ces, taken = [1.0, first, 0.8, 0.9, 0.7, 0.6], (2, 4, 6, 8, 9)
+    whole, _ = make(ces, tokens=198)
+    progress = run(whole)
+    want = published(progress)
+    assert list(want) == [steps for steps in taken if steps != 6 and (steps != 2 or first < 1)]
+    saves = {p.saved.note.steps: p.saved for p in progress if p.saved is not None}
+    assert {2, 3, 9} <= saves.keys(), "with a candidate whose probe is still to come, without one, and at the end"
+    for steps, saved in saves.items():
+        known = saved.note.best_ce is not None
+        again, trainer = make(ces[known + sum(at < steps for at in taken) :], saved, tokens=198)
+        assert published(run(again)) == {at: version for at, version in want.items() if at >= steps}
+        assert trainer.ces == [], "each candidate is probed once, the base only where no bar is known"
+
+
+def test_a_candidate_from_before_a_restart_is_not_probed_where_nothing_may_be_published_now() -> None:
+    whole, _ = make([1.0] * 9)
+    saved = next(p.saved for p in run(whole) if p.saved is not None and p.saved.note.steps == 2)
+    again, trainer = make([1.0] * 9, saved)
+    run(again, publishing=False, limit=1)
+    run(again)
+    assert trainer.scored, "later ones are"
+    again, trainer = make([], saved)
+    assert run(again, publishing=False)[-1].result is not None
+    assert trainer.scored == []
 
 
 def test_a_local_uid_names_its_lineage() -> None:
