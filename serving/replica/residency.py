@@ -1,6 +1,6 @@
 """Versions on one replica: which is active, where it lies, and how the next one takes over. Engine thread only.
 
-Weights of every version that may be needed again are kept in host memory; the engine's places hold copies of some.
+Every version that may be needed again has a copy in host memory; the engine's places hold some of them.
 There may be more adapters than places: an active version without one comes in when a request asks for it, first come,
 first served, in the place of the least recently used that no request holds. The request waits, others do not.
 
@@ -12,47 +12,29 @@ Requests never wait for a swap. Where the old version has no place, nobody is se
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
-
-import structlog
 
 from adapters.model import LoraWeights, Version
 from adapters.pair import Lineage, Pair
 from adapters.places import Places
 from db.records import AdapterName, Epoch, RoundId, VersionUid
 from infra.clock import Clock
-from infra.errors import EngineDead, NoRoom, UnknownAdapter, UnknownVersion, VersionConflict
+from infra.errors import UnknownAdapter, UnknownVersion, VersionConflict
 from serving.model import RequestId
 from serving.replica.copying import Check, Copies, Copy, Waiting, checked_at_once
 from serving.replica.demand import Demand
 from serving.replica.history import History, Pinned, Released
+from serving.replica.host_copies import MAX_STAGED, HostCopies
 from serving.replica.inbox import promise
+from serving.replica.swaps import Swaps
 from serving.wire.control import Swap, VersionBody
 
-log = structlog.get_logger()
-Kind = Literal["local", "federated", "rollback"]
 MAX_SWAPS = 256
-MAX_STAGED = 4
-"""Staged versions per adapter that are not active yet; the oldest is forgotten."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Pending:
-    """A swap that waits for its version to lie in a place."""
-
-    version: Version
-    kind: Kind
-    transition: Callable[[Pair | None], Pair]
-    """Checked and applied when the version has its place: the pair may have moved on since."""
-    ready_s: float
-    spent_s: float = 0.0
-    """Engine-thread time so far."""
-    done: "Future[VersionBody] | None" = None
 
 
 class Residency:
-    """Pairs, places and host copies of all adapters of one engine; implements ``scheduler.Versions``."""
+    """Pairs, and the swaps between their versions, of all adapters of one engine; implements ``scheduler.Versions``."""
 
     def __init__(
         self,
@@ -76,17 +58,17 @@ class Residency:
         self.swaps_total = 0
         self.pairs: dict[AdapterName, Pair] = {}
         self._clock = clock
-        self._max_adapters = max_adapters
-        self._max_versions = max_versions
         self._on_swap = on_swap
         self._on_arrival = on_arrival
         self._history = history
-        self._weights: dict[VersionUid, LoraWeights] = {}
-        self._versions: dict[VersionUid, Version] = {}
-        self._staged: dict[AdapterName, dict[VersionUid, None]] = {}
-        """In order of staging."""
+        self._host = HostCopies(
+            places,
+            needed=lambda: self._kept() | self._swaps.uids(),
+            max_adapters=max_adapters,
+            max_versions=max_versions,
+        )
         self._copies = Copies(copy, check or checked_at_once(lambda weights: None), places, history, self._ended)
-        self._pending: dict[AdapterName, Pending] = {}
+        self._swaps = Swaps(self.pairs, self._host, clock, may_flip=self._may_flip, made=self._made)
         self._demand = Demand(
             self.pairs,
             places,
@@ -131,10 +113,7 @@ class Residency:
 
     def weights(self, uid: VersionUid) -> LoraWeights:
         """Return a version's factors. Raises ``UnknownVersion`` if they are not here."""
-        weights = self._weights.get(uid)
-        if weights is None:
-            raise UnknownVersion(f"version {uid} is not here")
-        return weights
+        return self._host.weights(uid)
 
     # What changes versions. Each is checked before anything changes.
 
@@ -145,29 +124,16 @@ class Residency:
         at once. Raises ``NoRoom`` for one adapter or version too many.
         """
         self.make_room(version.adapter, version.uid)
-        if version.uid not in self._weights:
-            self._weights[version.uid], self._versions[version.uid] = weights, version
-        staged = self._staged.setdefault(version.adapter, {})
-        if version.uid not in staged:
-            staged[version.uid] = None
-            while len(staged) > MAX_STAGED:
-                del staged[next(iter(staged))]
+        self._host.stage(version, weights)
         waiting = done or promise()
         self._bring_staged(version, waiting)
-        self._sweep()
+        self._host.sweep()
         if done is None and waiting.done():
             waiting.result()
 
     def make_room(self, adapter: AdapterName, uid: VersionUid) -> None:
         """Forget what nobody needs, if it takes that for a version. Raises ``NoRoom`` if it is not enough."""
-        if adapter not in self.known() and len(self.known()) >= self._max_adapters:
-            raise NoRoom(f"this replica holds {self._max_adapters} adapters already (COLLM_REPLICA__ADAPTERS)")
-        if uid in self._weights:
-            return
-        if len(self._weights) >= self._max_versions:
-            self._forget_unneeded()
-        if len(self._weights) >= self._max_versions:
-            raise NoRoom(f"this replica's memory holds {len(self._weights)} versions already")
+        self._host.make_room(adapter, uid, known=self.known(), under_way=self._copies.uids())
 
     def activate(
         self, adapter: AdapterName, uid: VersionUid, epoch: Epoch, done: "Future[VersionBody] | None" = None
@@ -176,9 +142,7 @@ class Residency:
 
         Raises ``UnknownVersion`` if it was not staged, ``VersionConflict`` if the epoch has moved on.
         """
-        version = self._versions.get(uid)
-        if version is None or version.adapter != adapter or version.local_steps:
-            raise UnknownVersion(f"version {uid} of adapter {adapter!r} has not been staged")
+        version = self._host.federated(adapter, uid)
 
         def promoted(pair: Pair | None) -> Pair:
             if pair is None:
@@ -190,46 +154,24 @@ class Residency:
             if done is not None:
                 done.set_result(self.body(uid))
             return
-        self._submit(
-            Pending(
-                version=version,
-                kind="federated",
-                transition=promoted,
-                ready_s=self._clock.monotonic(),
-                done=done,
-            )
-        )
+        self._swaps.submit(version, "federated", promoted, done=done)
 
     def roll_back(self, adapter: AdapterName, done: "Future[VersionBody] | None" = None) -> None:
         """Return to the previous active version."""
         target = self.pair(adapter).roll_back().active
-        self._submit(
-            Pending(
-                version=target,
-                kind="rollback",
-                transition=lambda pair: _there(pair).roll_back(),
-                ready_s=self._clock.monotonic(),
-                done=done,
-            )
-        )
+        self._swaps.submit(target, "rollback", lambda pair: _there(pair).roll_back(), done=done)
 
     def publish(
         self, version: Version, weights: LoraWeights, lineage: Lineage, *, ready_s: float, copied_s: float = 0.0
     ) -> None:
         """Make a local version active as soon as it has a place. Raises ``VersionConflict`` if it is stale."""
         self.pair(version.adapter).publish(version, lineage)
-        waiting = self._pending.get(version.adapter)
+        waiting = self._swaps.get(version.adapter)
         if waiting is not None and waiting.kind != "local":
             raise VersionConflict(f"{version.adapter} {version.label}: {waiting.version.label} is about to take over")
-        self._weights[version.uid], self._versions[version.uid] = weights, version
-        self._submit(
-            Pending(
-                version=version,
-                kind="local",
-                transition=lambda pair: _there(pair).publish(version, lineage),
-                ready_s=ready_s,
-                spent_s=copied_s,
-            )
+        self._host.add(version, weights)
+        self._swaps.submit(
+            version, "local", lambda pair: _there(pair).publish(version, lineage), ready_s=ready_s, spent_s=copied_s
         )
 
     def start_round(self, adapter: AdapterName, round_id: RoundId, base_uid: VersionUid, epoch: Epoch) -> Pair:
@@ -241,50 +183,40 @@ class Residency:
         """Drop the shadow; if a local version is active its base takes over again."""
         pair = self.pair(adapter)
         ended = pair.end_round()
-        self._drop_pending(adapter, kinds=("local",))
+        self._swaps.drop(adapter, kind="local")
         # Until the base has a place the local version answers, but no other one may follow it.
         self.pairs[adapter] = replace(pair, generation=ended.generation, may_publish=False)
-        if ended.active.uid == pair.active.uid or adapter in self._pending:
+        if ended.active.uid == pair.active.uid or self._swaps.get(adapter) is not None:
             return
-        self._submit(
-            Pending(
-                version=ended.active,
-                kind="rollback",
-                transition=lambda pair: _there(pair).end_round(),
-                ready_s=self._clock.monotonic(),
-            )
-        )
+        self._swaps.submit(ended.active, "rollback", lambda pair: _there(pair).end_round())
 
     def settle(self) -> None:
         """Bring in what requests wait for, then let swaps take over where there is a place; called between steps."""
         self._demand.bring()
-        for adapter in list(self._pending):
-            self._try(adapter)
+        self._swaps.settle()
 
     def close(self, error: Exception) -> None:
         """Tell everybody who waits for a version that none will come."""
-        waiting = [pending.done for pending in self._pending.values() if pending.done is not None]
-        waiting += self._copies.close()
-        self._pending.clear()
+        waiting = self._swaps.close() + self._copies.close()
         for one in waiting:
             if not one.done():
                 one.set_exception(error)
 
     def waiting_for(self, adapter: AdapterName) -> VersionUid | None:
         """Return the version that waits for a place to take over."""
-        pending = self._pending.get(adapter)
+        pending = self._swaps.get(adapter)
         return None if pending is None else pending.version.uid
 
     def lacks_place(self, adapter: AdapterName) -> bool:
         """Whether a swap waits because every place is in use."""
-        pending = self._pending.get(adapter)
+        pending = self._swaps.get(adapter)
         return pending is not None and pending.version.uid not in self._copies
 
     # What people see.
 
     def body(self, uid: VersionUid) -> VersionBody:
         """Return a version as the control API shows it."""
-        version = self._versions[uid]
+        version = self._host.version(uid)
         pair = self.pairs.get(version.adapter)
         state: Literal["staged", "active", "previous"] = "staged"
         if pair is not None and uid == pair.active.uid:
@@ -299,91 +231,32 @@ class Residency:
 
     def resident(self) -> tuple[Version, ...]:
         """Return the versions that lie in places, in order of place."""
-        return tuple(self._versions[uid] for _, uid in self.places.resident() if uid not in self._copies)
+        return tuple(self._host.version(uid) for _, uid in self.places.resident() if uid not in self._copies)
 
     def known(self) -> frozenset[AdapterName]:
         """Return the adapters that have any version here."""
-        staged = {adapter for adapter, uids in self._staged.items() if uids}
-        return frozenset(self.pairs.keys() | self._pending.keys() | staged)
+        return frozenset(self.pairs.keys() | self._swaps.adapters() | self._host.staging())
 
     def awaited(self) -> tuple[AdapterName, ...]:
         """Return the adapters whose requests wait for a place, or to be copied into one, first come first."""
         return self._demand.awaited()
 
-    # How a swap comes about.
+    # How versions get their places, and take over.
 
-    def _submit(self, pending: Pending) -> None:
-        adapter = pending.version.adapter
-        overtaken = self._pending.get(adapter)
-        # In its place before anything is forgotten: the new version's weights are kept for its sake.
-        self._pending[adapter] = pending
-        self._overtake(overtaken)
-        self._try(adapter)
-        self._sweep()
-
-    def _drop_pending(self, adapter: AdapterName, *, kinds: tuple[Kind, ...]) -> None:
-        before = self._pending.get(adapter)
-        if before is None or before.kind not in kinds:
-            return
-        del self._pending[adapter]
-        self._overtake(before)
-        self._sweep()
-
-    @staticmethod
-    def _overtake(before: Pending | None) -> None:
-        if before is not None and before.done is not None:
-            before.done.set_exception(VersionConflict(f"{before.version.label} was overtaken by a later version"))
-
-    def _try(self, adapter: AdapterName) -> None:
-        pending = self._pending[adapter]
-        pair = self.pairs.get(adapter)
-        begin_s = self._clock.monotonic()
-        try:
-            after = pending.transition(pair)
-            if not self._may_flip(pending, pair):
-                pending.spent_s += self._clock.monotonic() - begin_s
-                return
-        except EngineDead:
-            raise
-        except Exception as error:
-            self._refuse(adapter, error)
-            return
-        del self._pending[adapter]
-        self.pairs[adapter] = after
-        self._staged.get(adapter, {}).pop(pending.version.uid, None)
-        self._sweep()
-        now_s = self._clock.monotonic()
-        swap = Swap(
-            at_s=self._clock.wall(),
-            adapter=adapter,
-            uid=pending.version.uid,
-            label=pending.version.label,
-            kind=pending.kind,
-            pause_ms=1000 * (now_s - begin_s + pending.spent_s),
-            delay_ms=1000 * (now_s - pending.ready_s),
-            store_key=None,
-        )
+    def _made(self, swap: Swap, done: "Future[VersionBody] | None") -> None:
         self.swaps.append(swap)
         self.swaps_total += 1
-        if pending.done is not None:
-            pending.done.set_result(self.body(pending.version.uid))
+        if done is not None:
+            done.set_result(self.body(VersionUid(swap.uid)))
         self._on_swap(swap)
 
-    def _refuse(self, adapter: AdapterName, error: Exception) -> None:
-        """Give a swap up: whatever is wrong with its version, the active one goes on."""
-        pending = self._pending.pop(adapter)
-        log.warning("swap_refused", adapter=adapter, version=pending.version.label, error=str(error))
-        if pending.done is not None:
-            pending.done.set_exception(error)
-        self._sweep()
-
-    def _may_flip(self, pending: Pending, pair: Pair | None) -> bool:
-        """Return whether a swap can be made now; begin to copy its version if there is a place for it."""
-        version = pending.version
+    def _may_flip(self, version: Version) -> bool:
+        """Return whether a version can take over now; begin to copy it if there is a place for it."""
         if version.uid in self._copies:
             return False
         if self.places.place_of(version.uid) is not None:
             return True
+        pair = self.pairs.get(version.adapter)
         if pair is None or self.places.place_of(pair.active.uid) is None:
             return True
         if not self._demand.lacking:
@@ -392,9 +265,8 @@ class Residency:
 
     def _swaps_soon(self, adapter: AdapterName) -> bool:
         """Make a swap whose old version has no place; whether it has still to wait for the new one's copy."""
-        if adapter in self._pending:
-            self._try(adapter)
-        pending = self._pending.get(adapter)
+        self._swaps.attempt(adapter)
+        pending = self._swaps.get(adapter)
         return pending is not None and pending.version.uid in self._copies
 
     def _bring_staged(self, version: Version, waiting: "Future[VersionBody]") -> None:
@@ -405,66 +277,47 @@ class Residency:
             waiting.set_result(self.body(uid))
         else:
             if not self._demand.lacking:
-                keep = self._needed() | self._copies.uids()
+                keep = self._kept() | self._copies.uids()
                 place = self.places.claim(version.adapter, uid, keep=keep)
-            self._copies.begin(version, self._weights[uid], place, waiting)
+            self._copies.begin(version, self.weights(uid), place, waiting)
 
     def _claim(self, version: Version, *, awaited: bool) -> bool:
         """Begin to copy a version into a place if there is one for it now."""
         serving = frozenset(pair.active.uid for pair in self.pairs.values())
-        staged = {uid for uids in self._staged.values() for uid in uids}
         # What requests are about to use, or what is about to take over, has come in for that.
-        held = self._demand.held() | {pending.version.uid for pending in self._pending.values()}
+        held = self._demand.held() | self._swaps.uids()
         place = self.places.claim(
             version.adapter,
             version.uid,
             keep=held | self._copies.uids(),
-            spare=self._needed() | staged,
+            spare=self._kept() | self._host.staged(),
             serving=serving,
             awaited=awaited,
         )
         if place is not None:
-            self._copies.begin(version, self._weights[version.uid], place)
+            self._copies.begin(version, self.weights(version.uid), place)
         return place is not None
 
     def _ended(self, version: Version, error: Exception | None, waiting: Waiting) -> None:
         """Between two steps: a version lies in its place, or the engine has refused it."""
-        if error is None and version.uid not in self._versions:
+        if error is None and version.uid not in self._host:
             error = UnknownVersion(f"{version.adapter} {version.label}: {MAX_STAGED} later versions have been staged")
         if error is None:
             for one in waiting:
                 one.set_result(self.body(version.uid))
             return  # a swap that waits for it is settled within this turn, a request pins it at the next plan
-        self._staged.get(version.adapter, {}).pop(version.uid, None)
+        self._host.unstage(version)
         for one in waiting:
             one.set_exception(error)
-        pending, pair = self._pending.get(version.adapter), self.pairs.get(version.adapter)
+        pending, pair = self._swaps.get(version.adapter), self.pairs.get(version.adapter)
         if pending is not None and pending.version.uid == version.uid:
-            self._refuse(version.adapter, error)
+            self._swaps.refuse(version.adapter, error)
         if pair is not None and pair.active.uid == version.uid:
             self._demand.failed(version, error)
-        self._sweep()
+        self._host.sweep()
 
-    def _needed(self) -> frozenset[VersionUid]:
+    def _kept(self) -> frozenset[VersionUid]:
         return frozenset().union(*(pair.kept for pair in self.pairs.values()))
-
-    def _forget_unneeded(self) -> None:
-        """Give up versions that lie in places only because nothing has taken those yet."""
-        kept = self._needed() | self._copies.uids() | self.places.pins().keys()
-        kept |= {uid for staged in self._staged.values() for uid in staged}
-        kept |= {pending.version.uid for pending in self._pending.values()}
-        for _, uid in self.places.resident():
-            if uid not in kept:
-                self.places.drop(uid)
-        self._sweep()
-
-    def _sweep(self) -> None:
-        """Forget the host copies of versions that nothing can ask for any more."""
-        wanted = self._needed() | {uid for _, uid in self.places.resident()}
-        wanted |= {uid for staged in self._staged.values() for uid in staged}
-        wanted |= {p.version.uid for p in self._pending.values()}
-        for uid in self._weights.keys() - wanted:
-            del self._weights[uid], self._versions[uid]
 
 
 def _there(pair: Pair | None) -> Pair:

@@ -364,7 +364,7 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     @invariant()
     def host_copies_are_bounded(self) -> None:
-        assert len(self.replica.residency._weights) <= 5 + len(ADAPTERS) * (3 + 4 + 1)
+        assert len(self.replica.residency._host) <= 5 + len(ADAPTERS) * (3 + 4 + 1)
 
     def teardown(self) -> None:
         for _ in range(2000):

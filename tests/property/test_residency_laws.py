@@ -106,7 +106,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         try:
             self.residency.activate(adapter, version.uid, Epoch(self.epochs[adapter]))
         except UnknownVersion:
-            assert version.uid not in self.residency._weights
+            assert version.uid not in self.residency._host
 
     @rule(adapter=st.sampled_from(ADAPTERS))
     def publish(self, adapter: AdapterName) -> None:
