@@ -177,7 +177,7 @@ class Governor(threading.Thread):
                 self._loads.pop(record.name, None)  # else its weights would take the room that there is not
                 raise state.no_room
             return Brought.ACTIVE if self._advance(record, by_s) else Brought.WAITS
-        except (CollmError, OSError) as error:
+        except (CollmError, OSError, MemoryError, RuntimeError) as error:  # the last: how torch lacks memory
             if self.troubles.get(record.name) != repr(error):
                 log.warning("version_not_loaded", adapter=record.name, uid=record.desired_uid, error=repr(error))
                 self.troubles[record.name] = repr(error)

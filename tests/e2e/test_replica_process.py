@@ -1,6 +1,7 @@
 """``collm replica`` as a process, on the fake engine."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,9 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 from huggingface_hub import InferenceClient
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from serving.datasets import sample_shards
 from serving.wire.control import RoundBody, RoundStatus
+from tests.small_models import build
 
 pytestmark = pytest.mark.e2e
 
@@ -144,6 +148,34 @@ def test_a_taken_port_is_named_in_one_line(replica: Process, tmp_path: Path) -> 
     (line,) = second.log.read_text().splitlines()
     assert str(replica.port) in line
     assert httpx.get(f"{replica.url}/health").status_code == 200
+
+
+def test_a_budget_that_is_too_small_is_refused_with_what_it_would_take(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    build().save_pretrained(model)
+    Tokenizer(WordLevel({"?": 0}, unk_token="?")).save(str(model / "tokenizer.json"))
+    settings = {"COLLM_REPLICA__FAKE_ENGINE": "false", "COLLM_MODEL__PATH": str(model)}
+    settings |= {"COLLM_REPLICA__MAX_TOTAL_TOKENS": "64", "COLLM_REPLICA__SHARD": str(sample_shards()[0])}
+    small = Process(tmp_path, **settings, COLLM_REPLICA__MEMORY_BYTES="64MB")
+    assert small.process.wait(60) == 2
+    said = small.log.read_text()
+    (line,) = (line for line in said.splitlines() if line.startswith("collm replica: "))
+    least = re.search(r"COLLM_REPLICA__MEMORY_BYTES: 61 MiB are not enough: .* at least (\d+) MiB", line)
+    assert least is not None, said
+    assert "Traceback" not in said
+    enough = Process(tmp_path, **settings, COLLM_REPLICA__MEMORY_BYTES=f"{least[1]}MiB")
+    try:
+        enough.ready()
+        answer = httpx.post(
+            f"{enough.url}/generate",
+            json={"inputs": "?", "parameters": {"max_new_tokens": 4}},
+            headers={"authorization": "Bearer secret"},
+            timeout=20,
+        )
+        assert answer.status_code == 200
+    finally:
+        enough.process.kill()
+        enough.process.wait()
 
 
 def test_without_a_token_it_does_not_start(tmp_path: Path) -> None:

@@ -166,6 +166,31 @@ def test_an_adapter_that_cannot_be_loaded_keeps_no_other_from_its_callers(fleet:
     assert fleet.governor.troubles.keys() == {"broken"}
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError("planted"), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=["ours", "torch"]
+)
+def test_a_version_for_which_there_is_no_memory_keeps_no_other_from_its_callers(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    load, large = fleet.site.loader.version, AdapterName("a-large-one")
+
+    def version(adapter: AdapterName, uid: VersionUid, key: str) -> LoraWeights:
+        if adapter == large:
+            raise error
+        return load(adapter, uid, key)
+
+    monkeypatch.setattr(fleet.site.loader, "version", version)
+    fleet.create(name=large, seed=26)
+    first = fleet.create()
+    fleet.governor.start()
+    until(lambda: fleet.site.replica.ready)
+    assert fleet.active() == first
+    assert fleet.governor.troubles.keys() == {large}
+    until(lambda: _beat(fleet))
+    monkeypatch.undo()
+    until(lambda: large in fleet.site.replica.residency.pairs)
+
+
 def test_more_adapters_than_places_are_all_served(fleet: Fleet) -> None:
     names = [AdapterName(f"adapter-{i}") for i in range(9)]
     first = {name: fleet.create(name=name, seed=30 + i) for i, name in enumerate(names)}
