@@ -32,6 +32,7 @@ WINDOW = 9
 FAMILIES: Mapping[str, Mapping[str, object]] = {
     "llama": {},
     "mistral": {"sliding_window": WINDOW},
+    "qwen2": {},
     "qwen3": {"head_dim": 8},
     "olmo2": {},
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},

@@ -45,7 +45,7 @@ def attend(
     assert isinstance(index, int)
     mode = switch.mode
     if isinstance(mode, ServingMode):
-        return _serve(query, key, value, mode, index, scaling, sliding_window), None
+        return serve(query, key, value, mode, index, scaling, sliding_window), None
     if isinstance(mode, PackedMode):
         spans = zip(_starts(mode.lengths), mode.lengths, strict=True)
         one = _causal_trained if is_grad_enabled() else _causal
@@ -56,6 +56,7 @@ def attend(
         return (cat(parts, dim=2) if len(parts) > 1 else parts[0]).transpose(1, 2), None
     if isinstance(mode, TraceMode):
         mode.kv_sizes[index] = (key.shape[1], key.shape[3])
+        mode.attention[index] = (scaling, sliding_window)
     return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
 
 
@@ -104,9 +105,13 @@ def _causal_trained(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window
     return bmm(weights.view(kv_heads, -1, t), v[0]).view(1, heads, t, -1)
 
 
-def _serve(
+def serve(
     q: Tensor, k: Tensor, v: Tensor, mode: ServingMode, layer: int, scale: float | None, window: int | None
 ) -> Tensor:
+    """Write a step's keys and values to their rows and attend to these.
+
+    Shapes: q [1, H, T, D], k and v [1, Hkv, T, D] → [1, T, H, D].
+    """
     keys, values = mode.keys[layer], mode.values[layer]
     if mode.tile:
         return _tile(q, k, v, keys, values, mode, scale, window)

@@ -23,8 +23,9 @@ from transformers.utils import logging as transformers_logging
 from infra.errors import ConfigError
 from infra.models import backbone_sha256
 from serving.replica import attention
+from serving.replica.lean import LeanDecoder
 from serving.replica.lora import AdaptedLinear, FrozenProduct, LinearGroup
-from serving.replica.modes import Mode, PackedMode, ServingMode, Switch, TraceMode
+from serving.replica.modes import Chunk, Mode, PackedMode, ServingMode, Switch, TraceMode
 
 if TYPE_CHECKING:  # engines run where there is no pydantic, see tests/gpu
     from infra.settings import ModelSettings
@@ -61,6 +62,7 @@ class Backbone:
             raise ConfigError(f"model family {family!r}: no linear output head")
         self._head = head
         self._packed_head: FrozenProduct | None = None
+        self._lean: LeanDecoder | None = None
         try:
             trace = self._trace(ids)
             distance = self._distance(ids, torch.cat(want))
@@ -73,6 +75,9 @@ class Backbone:
         self.groups = [LinearGroup(members) for members in self._group(trace.inputs, family)]
         self.kv_sizes = tuple(trace.kv_sizes[i] for i in range(len(self.layers)))
         """By layer index: (kv heads, head dim)."""
+        lean = LeanDecoder.of(self, trace.attention)
+        if lean is not None and self._agrees(lean, ids):
+            self._lean = lean
         if packed:
             self.pack()
 
@@ -152,9 +157,17 @@ class Backbone:
 
     def hidden(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Run the decoder in the mode that is set: ids and positions [T] → final hidden states [T, d]."""
+        mode = self.mode
+        if self._lean is not None and isinstance(mode, ServingMode):
+            return self._lean(ids, positions, mode)
         out = self.decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
+
+    @property
+    def lean(self) -> bool:
+        """Whether serving steps are computed by ``LeanDecoder``."""
+        return self._lean is not None
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] in the model's type of final hidden states [..., d] (final norm applied)."""
@@ -204,6 +217,35 @@ class Backbone:
         with torch.no_grad(), self.mode_set(PackedMode(lengths=CHECK_TOKENS)):
             got = self.head(self.hidden(ids, positions))
         return float((got.float() - want.float()).norm() / want.float().norm())
+
+    def _agrees(self, lean: LeanDecoder, ids: Tensor) -> bool:
+        """Whether a prompt's hidden states are what transformers makes of them."""
+        count, start = len(ids), 3
+        positions = torch.arange(start, start + count, device=ids.device)
+
+        def mode() -> ServingMode:
+            sizes = [(1, heads, start + count, dim) for heads, dim in self.kv_sizes]
+            return ServingMode(
+                keys=tuple(torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes),
+                values=tuple(torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes),
+                rows=positions[:0],
+                positions=positions[:0],
+                span=0,
+                width=0,
+                dense=True,
+                one_by_one=(),
+                chunks=(Chunk(row=0, start=start, begin=0, end=count),),
+                worn=None,
+            )
+
+        with torch.no_grad():
+            with self.mode_set(mode()):
+                want = self.hidden(ids, positions).float()
+            try:
+                got = lean(ids, positions, mode()).float()
+            except RuntimeError:
+                return False
+        return float((got - want).norm() / want.norm()) <= CHECK_TOLERANCE[self.dtype]
 
     def _trace(self, ids: Tensor) -> TraceMode:
         trace = TraceMode()

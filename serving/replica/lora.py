@@ -57,11 +57,16 @@ class FrozenProduct:
         if packed:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_HINT_ROWS)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., d_in] → [..., d_out]."""
+    def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
+        """[..., d_in] → [..., d_out], with ``plus`` [..., d_out] added to it."""
         if not self.packed:
-            return F.linear(x, self.weight, self.bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            y = F.linear(x, self.weight, self.bias)
+            return y if plus is None else y + plus
+        out: Tensor
+        if plus is None:
+            out = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        else:
+            out = torch.ops.mkldnn._linear_pointwise.binary(x, plus, self.weight, self.bias, "add")
         return out
 
 
@@ -183,21 +188,24 @@ class LinearGroup:
     def product(self, member: AdaptedLinear, x: Tensor, mode: ServingMode) -> Tensor:
         """Return ``member``'s output; the first member called with ``x`` computes all."""
         if len(self.members) == 1:
-            return self._all(x, mode)
+            return self.serve(x, mode)
         if self._input is not x:
             self._input = x
-            parts = self._all(x, mode).split_with_sizes(self.sizes, -1)
+            parts = self.serve(x, mode).split_with_sizes(self.sizes, -1)
             self._outputs = {m.name: y for m, y in zip(self.members, parts, strict=True)}
         out = self._outputs.pop(member.name)
         if not self._outputs:
             self._input = None
         return out
 
-    def _all(self, x: Tensor, mode: ServingMode) -> Tensor:
+    def serve(self, x: Tensor, mode: ServingMode, plus: Tensor | None = None) -> Tensor:
+        """Return all members' outputs side by side, [..., d_in] → [..., Σo], with ``plus`` [..., Σo] added to them."""
         if len(self._products) == 1:
-            y = self._products[0](x)
+            y = self._products[0](x, plus)
         else:
             y = torch.cat([product(x) for product in self._products], dim=-1)
+            if plus is not None:
+                y += plus
         worn = mode.worn
         if worn is None:
             return y

@@ -35,6 +35,8 @@ class TraceMode:
     """(name, input) of each linear, in the order of the calls."""
     kv_sizes: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Layer index → (kv heads, head dim)."""
+    attention: dict[int, tuple[float | None, int | None]] = field(default_factory=dict)
+    """Layer index → (scale of the scores, None: 1/√dim; sliding window, None: all)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from adapters.model import LoraWeights
 from infra.errors import ConfigError
 from serving.model import BASE, StepPlan
 from serving.replica.attention import NAME
+from serving.replica.backbone import Backbone
 from tests.small_models import (
     FAMILIES,
     WINDOW,
@@ -25,6 +26,7 @@ from tests.small_models import (
 )
 
 NEW = 12
+LEAN = ("llama", "mistral", "qwen2", "qwen3")
 PROMPTS = (prompt_of(1, WINDOW - 4), prompt_of(2, 2 * WINDOW + 5))
 """The answer to the first leads out of the sliding windows; the second is longer than they are."""
 
@@ -75,6 +77,19 @@ def test_tokens_are_those_of_transformers_and_peft(family: str) -> None:
     engine.write(2, third)
     finish(engine, [late], NEW)
     assert late.tokens == want[3, 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_lean_decoder_serves_the_kind_that_it_is_made_for(family: str) -> None:
+    """That it computes what transformers does is checked at load, and by every other test here."""
+    assert Backbone(build(family), sha256="0" * 64, packed=False).lean == (family in LEAN)
+
+
+def test_a_decoder_that_computes_something_else_is_not_served_by_the_lean_one() -> None:
+    model = build("llama")
+    for layer in model.get_decoder().layers:
+        layer.self_attn.register_forward_hook(lambda module, inputs, output: (1.01 * output[0], output[1]))
+    assert not Backbone(model, sha256="0" * 64, packed=False).lean
 
 
 def test_a_step_can_hold_prompts_and_answers_of_all_kinds() -> None:
