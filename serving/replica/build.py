@@ -16,6 +16,8 @@ log = structlog.get_logger()
 
 def load_engine(settings: Settings) -> TorchEngine:
     """Load the backbone that the settings name, for this process's one engine thread. Raises ``ConfigError``."""
+    if torch.device(settings.model.device).type != "cpu":
+        log.warning("device_is_experimental", device=settings.model.device, why="no GPU has run this code yet")
     torch.set_num_threads(settings.model.threads)
     folder, replica = model_dir(settings), settings.replica
     tokenizer = HubTokenizer(folder)
