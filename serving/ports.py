@@ -116,8 +116,7 @@ class SliceReport:
 
 class Work(Protocol):
     """Background work in the engine's thread, cut into slices; between two slices the model serves as if
-    there were none. ``close`` may be called at any time and frees everything; another thread may call it, once nothing
-    else uses the work."""
+    there were none. ``close`` may be called at any time and frees everything."""
 
     def next_slice_s(self) -> float:
         """Predicted seconds of the next slice, from measured ones of its kind."""

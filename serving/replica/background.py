@@ -17,7 +17,6 @@ from infra.errors import EngineDead, InvalidRequest, StepFailed, UnknownVersion,
 from infra.metrics import ReplicaMetrics
 from serving.ports import ScoreResult, ScoreWork, SliceReport, Trainer, Work, WorkState
 from serving.replica.checkpoints import SavedRound
-from serving.replica.closing import Closer
 from serving.replica.inbox import Inbox, promise
 from serving.replica.loader import Loader
 from serving.replica.residency import Residency
@@ -72,7 +71,6 @@ class Background:
         *,
         splits: Mapping[Split, Sequence[Row]],
         checkpoint_s: float = math.inf,
-        closer: Closer | None = None,
     ) -> None:
         """``checkpoint_s``: a round's training is saved this often."""
         self.directives = Directives()
@@ -93,7 +91,6 @@ class Background:
         self._clock = clock
         self._metrics = metrics
         self._checkpoint_s = checkpoint_s
-        self._closer = closer or Closer()
         self._saving: Future[None] | None = None
         self._share = ShareMeter()
         self._scores: deque[Scoring] = deque()
@@ -117,7 +114,7 @@ class Background:
             self._fail(shadow, "the round's deadline has passed")
         if shadow.state in ("failed", "stopped"):
             return None
-        training = self.directives.mode(shadow.base.adapter).training and self._closer.idle
+        training = self.directives.mode(shadow.base.adapter).training
         try:
             return shadow.work(training=training, publishing=self._may_publish(shadow))
         except Exception as error:
@@ -362,7 +359,6 @@ class Background:
             clock=self._clock,
             rows_sha256=self.set_names[Split.TRAIN],
             checkpoint_s=self._checkpoint_s,
-            closer=self._closer,
         )
         if saved is not None and saved.note.body == body and saved.note.rows_sha256 == self.set_names[Split.TRAIN]:
             try:

@@ -25,7 +25,6 @@ from infra.settings import Settings
 from serving.model import BASE, Event, Failed, Finished, Priority, Request, RequestId, Slo, Started, StepPlan
 from serving.ports import Engine
 from serving.replica.background import Background, Directives
-from serving.replica.closing import Closer
 from serving.replica.copying import Done, at_once, checked_at_once
 from serving.replica.gauges import show_versions
 from serving.replica.history import History, Stepped
@@ -74,8 +73,7 @@ class Replica:
         copier: Executor | None = None,
         governed: bool = False,
     ) -> None:
-        """``copier`` copies versions into their places beside the engine's thread, and closes training that has ended;
-        without one both are done in it.
+        """``copier`` copies versions into their places beside the engine's thread; without one they are copied in it.
 
         ``governed``: a database directs this replica, so that its silence means something.
         """
@@ -116,7 +114,6 @@ class Replica:
             self.metrics,
             splits=splits,
             checkpoint_s=settings.replica.checkpoint_s,
-            closer=Closer(copier),
         )
         self.ready = not governed
         """Whether it has the versions that the database wants."""

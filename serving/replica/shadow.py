@@ -13,7 +13,6 @@ from db.records import Factor, RoundId, VersionUid
 from infra.clock import Clock
 from serving.ports import ScoreWork, SliceReport, Trainer, TrainTask, TrainWork, Work, WorkState
 from serving.replica.checkpoints import RoundNote, SavedRound
-from serving.replica.closing import Closer
 from serving.rows import Row
 from serving.wire.control import RoundBody, RoundStatus
 
@@ -72,7 +71,6 @@ class Shadow:
         rows_sha256: str = "",
         checkpoint_s: float = math.inf,
         saved: SavedRound | None = None,
-        closer: Closer | None = None,
     ) -> None:
         """``saved``: go on from there, with the same task, base and rows. Raises ``ValueError`` if it does not fit."""
         self.body = body
@@ -80,7 +78,6 @@ class Shadow:
         self.lineage = pair.lineage
         self.state: Literal["running", "done", "failed", "stopped"] = "running"
         self._trainer = trainer
-        self._closer = closer or Closer()
         self._replica_id = replica_id
         self._clock = clock
         self._rows_sha256 = rows_sha256
@@ -156,7 +153,8 @@ class Shadow:
         result: LoraWeights | None = None
         if report.state is WorkState.DONE:
             result = self._train.shadow()
-            self._close_training()
+            self._train.close()
+            self._train = None
         return Progress(report=report, training=True, result=result, saved=saved)
 
     @property
@@ -187,7 +185,9 @@ class Shadow:
     def close(self) -> None:
         """Free what it holds; idempotent."""
         self._drop_probe()
-        self._close_training()
+        if self._train is not None:
+            self._train.close()
+            self._train = None
 
     def status(self) -> RoundStatus:
         """As the control API shows it."""
@@ -291,11 +291,6 @@ class Shadow:
             return Progress(report=report, training=False, refused=True)
         self._best_ce = min(self._best_ce, ce)
         return Progress(report=report, training=False, candidate=probed)
-
-    def _close_training(self) -> None:
-        if self._train is not None:
-            self._closer.close(self._train)
-            self._train = None
 
     def _drop_probe(self) -> None:
         if self._probe is not None:
