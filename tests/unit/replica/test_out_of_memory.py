@@ -1,5 +1,6 @@
 """A replica whose memory runs out fails what asked for it, and goes on."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
@@ -21,6 +22,7 @@ from serving.replica.engine import TorchEngine
 from serving.replica.fake_engine import FakeTokenizer
 from serving.replica.loader import Loader
 from serving.replica.loop import MAX_BROKEN_STEPS, Replica
+from serving.replica.lora import FrozenProduct
 from serving.replica.optimizer import FlatAdamW
 from serving.replica.segments import Segments
 from serving.replica.trainer import TorchTrainer
@@ -47,6 +49,18 @@ def by_python(*_: object, **__: object) -> None:
 
 
 EXHAUST = (by_torch, by_numpy, by_python)
+
+
+def spoil_steps(patched: pytest.MonkeyPatch, exhaust: Callable[..., None]) -> None:
+    """Have each of the engine's steps run out of memory in its midst, at its fifth product."""
+    product, calls = FrozenProduct.__call__, itertools.count(1)
+
+    def call(self: FrozenProduct, *args: torch.Tensor) -> torch.Tensor:
+        if next(calls) % 5 == 0:
+            exhaust()
+        return product(self, *args)
+
+    patched.setattr(FrozenProduct, "__call__", call)
 
 
 class Site:
@@ -151,15 +165,17 @@ def is_of_memory(reason: object) -> bool:
 
 
 @pytest.mark.parametrize("exhaust", EXHAUST)
-def test_a_step_that_runs_out_of_memory_fails_its_own_requests_only(site: Site, exhaust: Callable[..., None]) -> None:
+def test_a_step_that_runs_out_of_memory_fails_its_own_requests_only(
+    site: Site, monkeypatch: pytest.MonkeyPatch, exhaust: Callable[..., None]
+) -> None:
     want = {seed: site.answer(site.ask(seed)) for seed in (1, 2, 3)}
     assert len({tuple(tokens) for tokens in want.values()}) == 3, "they must differ to show anything"
     stream, beside = site.ask(1), site.ask(2)
     waiting = site.ask(3)
     site.until(lambda: site.replica.scheduler.decoding == 2)
-    hook = site.backbone.layers[1].register_forward_pre_hook(exhaust)
-    site.replica.turn()
-    hook.remove()
+    with monkeypatch.context() as patched:
+        spoil_steps(patched, exhaust)
+        site.replica.turn()
     for lost in (stream, beside):
         assert isinstance(site.failure(lost), StepFailed)
         assert is_of_memory(site.failure(lost))
@@ -167,12 +183,12 @@ def test_a_step_that_runs_out_of_memory_fails_its_own_requests_only(site: Site, 
     assert {seed: site.answer(site.ask(seed)) for seed in (1, 2)} == {seed: want[seed] for seed in (1, 2)}
 
 
-def test_however_many_steps_run_out_of_memory_the_engine_lives(site: Site) -> None:
+def test_however_many_steps_run_out_of_memory_the_engine_lives(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     want = site.answer(site.ask(1))
-    hook = site.backbone.layers[1].register_forward_pre_hook(by_torch)
-    for _ in range(2 * MAX_BROKEN_STEPS):
-        assert isinstance(site.failure(site.ask(1)), StepFailed)
-    hook.remove()
+    with monkeypatch.context() as patched:
+        spoil_steps(patched, by_torch)
+        for _ in range(2 * MAX_BROKEN_STEPS):
+            assert isinstance(site.failure(site.ask(1)), StepFailed)
     assert site.answer(site.ask(1)) == want
     assert site.replica.scheduler.kv_used == 0
     assert site.replica.residency.places.pins() == {}
