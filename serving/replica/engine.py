@@ -20,13 +20,15 @@ from serving.replica import invariant
 from serving.replica.backbone import Backbone
 from serving.replica.layout import Layout, lay_out
 from serving.replica.lora import lazy_zeros, low_rank
-from serving.replica.modes import ServingMode, Worn
+from serving.replica.modes import ServingMode, Sorted, Worn
 from serving.replica.sampling import draw_tokens
 
 WIDTH_STEP = 32
 """Decode attention looks at a multiple of this many positions, so that few shapes occur."""
 ROW_COST = 64
 """Attending to one row alone costs about as much more as this many cached positions."""
+MOST_SLOTS = 2
+"""Slots per token up to which versions are computed each for its own tokens, rather than each for all."""
 LOGPROB_ROWS = 64
 """Positions whose logits are held at once for prompt logprobs: a vocabulary is wide."""
 NOT_FINITE = "the model's output is not finite"
@@ -327,13 +329,38 @@ def _tensor(values: Array) -> Tensor:
 
 
 def _worn(places: Sequence[int], device: torch.device) -> Worn | None:
-    """Return what the tokens wear; no mask where all wear the same."""
+    """Return what the tokens wear; nothing to choose by where all wear the same."""
     used = set(places)
     low, high = min(used - {BASE}, default=0), max(used) + 1
     if used == {BASE}:
         return None
-    place_of = None if len(used) == 1 else torch.tensor(places, device=device)
-    return Worn(low=low, high=high, place_of=place_of, used=tuple(sorted(used - {BASE})))
+    worn = tuple(sorted(used - {BASE}))
+    if len(used) == 1:
+        return Worn(low=low, high=high, place_of=None, used=worn)
+    by_place = _sorted(places, low, high, device)
+    return Worn(low=low, high=high, place_of=torch.tensor(places, device=device), used=worn, by_place=by_place)
+
+
+def _sorted(places: Sequence[int], low: int, high: int, device: torch.device) -> Sorted | None:
+    """Return the tokens by place; None where that would leave most slots empty."""
+    members: list[list[int]] = [[] for _ in range(low, high)]
+    for token, place in enumerate(places):
+        if place != BASE:
+            members[place - low].append(token)
+    count = max(len(m) for m in members)
+    if count * len(members) > MOST_SLOTS * len(places):
+        return None
+    slots = [0] * len(places)
+    for i, mine in enumerate(members):
+        for j, token in enumerate(mine):
+            slots[token] = i * count + j
+    wears = None
+    if BASE in places:
+        wears = torch.tensor([[place != BASE] for place in places], device=device)
+    tokens = [token for mine in members for token in (*mine, *[0] * (count - len(mine)))]
+    return Sorted(
+        count=count, tokens=torch.tensor(tokens, device=device), slots=torch.tensor(slots, device=device), wears=wears
+    )
 
 
 def _short_context(config: PreTrainedConfig) -> int | None:

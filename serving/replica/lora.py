@@ -7,6 +7,8 @@ they are one product, and the low-rank factors of all resident versions lie side
 
 ``where``, not a product, so that what one version makes of another's row, NaN included, cannot reach it. Rows
 without an adapter are masked like any other. A step computes the places between the lowest and the highest one in use.
+Where tokens are spread evenly enough over these, they are gathered by place instead, and one batched product computes
+each place for its own tokens alone.
 """
 
 import math
@@ -18,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from serving.replica.modes import PackedMode, ServingMode, Switch, TraceMode, Worn
+from serving.replica.modes import PackedMode, ServingMode, Sorted, Switch, TraceMode, Worn
 
 PACK_HINT_ROWS = 8
 """oneDNN lays packed weights out for about this many rows of input; they stay right for any number."""
@@ -213,6 +215,9 @@ class LinearGroup:
         if mode.tile:
             self._add_each(flat, out, worn)
             return y
+        if worn.by_place is not None:
+            out += self._each_for_its_own(flat, worn.low, worn.high, worn.by_place)
+            return y
         a, b = self._factors(worn, self.a), self._factors(worn, self.b)
         wide = len(flat) > FP32_TOKENS
         if wide:
@@ -226,6 +231,14 @@ class LinearGroup:
         else:
             out += low @ b
         return y
+
+    def _each_for_its_own(self, x: Tensor, low: int, high: int, by_place: Sorted) -> Tensor:
+        """x [T, d_in] → [T, Σo] in the factors' type."""
+        a, b = self.a[low:high], self.b[low:high]
+        own = x.to(a.dtype).index_select(0, by_place.tokens).view(high - low, by_place.count, -1)
+        made = torch.bmm(torch.bmm(own, a.transpose(1, 2)), b)
+        found = made.view(-1, made.shape[-1]).index_select(0, by_place.slots)
+        return found if by_place.wears is None else torch.where(by_place.wears, found, 0)
 
     def _add_each(self, x: Tensor, out: Tensor, worn: Worn) -> None:
         """Add each version's product by itself, so that which others are there changes no bit of it."""

@@ -50,11 +50,22 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worn:
-    """Which resident versions the tokens of a step wear.
+class Sorted:
+    """The tokens of a step, gathered by the place that they wear: ``count`` slots for each place."""
 
-    Places ``low`` to ``high`` (exclusive) are computed for every token; ``place_of`` then chooses.
-    """
+    count: int
+    """The most tokens that wear one place."""
+    tokens: Tensor
+    """[places · count] which token stands in each slot; any one in a slot that is left over."""
+    slots: Tensor
+    """[T] where each token stands; anywhere if it wears none."""
+    wears: Tensor | None
+    """[T, 1] whether a token wears any; None if all do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worn:
+    """Which resident versions the tokens of a step wear: places between ``low`` and ``high`` (exclusive)."""
 
     low: int
     high: int
@@ -62,6 +73,9 @@ class Worn:
     """[T] place of each token, ``BASE`` for none; None if all tokens wear the one place ``low``."""
     used: tuple[int, ...] = ()
     """The places that some token wears."""
+    by_place: Sorted | None = None
+    """Given where each place had better be computed for its own tokens alone; else all are for every token, and
+    ``place_of`` chooses."""
     _choices: dict[int, Tensor] = field(default_factory=dict)
 
     def choice(self, width: int) -> Tensor | None:
