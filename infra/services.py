@@ -19,6 +19,8 @@ from infra.supervisor import Part
 
 BACKGROUND = 10
 """Niceness of what must not take a core from serving."""
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+"""For ``GLIBC_TUNABLES``: malloc asks for huge pages, where the kernel gives them to those who ask."""
 DATABASES = ("collm", "prefect", "mlflow")
 
 
@@ -267,6 +269,8 @@ def _replicas(
         yield (
             replica,
             {
+                # Weights in huge pages are read some percent faster; a setting of one's own stays.
+                "GLIBC_TUNABLES": HUGE_PAGES,
                 **common,
                 **to_environ(settings.model_copy(update={"replica": replica})),
                 **_threads(settings.model.threads),

@@ -98,7 +98,10 @@ class Backbone:
         if settings.device == "cpu":
             map_weights(model, path)
         else:
-            model.to(settings.device)
+            try:
+                model.to(settings.device)
+            except (AssertionError, RuntimeError) as e:  # torch asserts that it was built for the device
+                raise ConfigError(f"COLLM_MODEL__DEVICE: {settings.device!r} cannot be used: {e}") from e
         return cls(model, sha256=backbone_sha256(path), packed=settings.packed, name=settings.name)
 
     def pack(self) -> None:

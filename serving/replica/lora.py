@@ -184,8 +184,9 @@ class LinearGroup:
                 rank = factor_a.shape[0]
                 a[:rank] = factor_a
                 b[:rank] = factor_b.t() * scale
-            a[rank:] = 0
-            b[rank:] = 0
+            if rank < self.rank:
+                a[rank:] = 0
+                b[rank:] = 0
 
     def product(self, member: AdaptedLinear, x: Tensor, mode: ServingMode) -> Tensor:
         """Return ``member``'s output; the first member called with ``x`` computes all."""

@@ -13,6 +13,7 @@ fails. With ``--only`` the other parts' figures stay as they are in the file.
 import argparse
 import importlib
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from pathlib import Path
 import structlog
 
 from infra.process import command
+from infra.services import HUGE_PAGES
 from tests.bench.engine.figures import AT_LEAST, AT_MOST, Report
 from tests.bench.engine.options import Options
 
@@ -76,7 +78,8 @@ def run(part: str, out: Path, options: Options) -> None:
         before.figures.pop(name, None)
     before.write()
     argv: list[str | Path] = [sys.executable, "-m", __spec__.name, "--part", part, "--out", out, *options.argv()]
-    code = subprocess.run(command(argv, on_parent_death=signal.SIGTERM), check=False).returncode
+    environ = {"GLIBC_TUNABLES": HUGE_PAGES, **os.environ}  # as a cluster's replicas
+    code = subprocess.run(command(argv, on_parent_death=signal.SIGTERM), env=environ, check=False).returncode
     if code:
         found = Report.read(out)
         found.miss([name for name in mine if name not in found.figures], f"{part!r} ended with exit code {code}")

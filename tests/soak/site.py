@@ -33,6 +33,7 @@ from db.session import Database
 from infra.errors import CollmError
 from infra.postgres import Postgres
 from infra.process import Child
+from infra.services import HUGE_PAGES
 from infra.settings import Settings, load_settings, to_environ
 from serving.datasets import sample_shards
 from serving.replica.main import Backbone
@@ -127,7 +128,7 @@ def running(folder: Path, names: list[AdapterName], *, places: int, fake: bool) 
                 name="replica",
                 argv=[Path(sys.executable).with_name("collm"), "replica"],
                 log=log,
-                environ=environ | to_environ(settings),
+                environ={"GLIBC_TUNABLES": HUGE_PAGES} | environ | to_environ(settings),
             ),
             log=log,
         )

@@ -51,8 +51,14 @@ def test_each_replica_is_itself() -> None:
         assert environ["COLLM_DATABASE_URL"] == URL
         assert environ["OMP_NUM_THREADS"] == environ["MKL_NUM_THREADS"] == "3"
         assert environ["HOME"] == "/home/me"
+        assert environ["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
         assert environ["COLLM_LOG_LEVEL"] == "info"
         assert parts[f"replica-{i}"].health == f"http://127.0.0.1:{9000 + i}/health"
+
+
+def test_tunables_of_ones_own_stay() -> None:
+    parts = made(Settings(), GLIBC_TUNABLES="glibc.malloc.arena_max=1")
+    assert environ_of(parts["replica-0"])["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=1"
 
 
 def test_each_server_has_its_own_database_and_secrets_stay_off_command_lines() -> None:

@@ -19,8 +19,6 @@ from tests.bench.engine.figures import Figure, Report
 from tests.bench.engine.options import Options
 
 SAMPLE_S = 0.1
-RUNS = 3
-"""Of each process: memory varies little from run to run."""
 
 
 def pss_bytes(pid: int) -> int:
@@ -84,7 +82,7 @@ class Watched:
 def measure(report: Report, options: Options) -> None:
     """Both figures."""
     added, trainer = [], []
-    for _ in range(RUNS):
+    for _ in range(options.repeats):
         serving, whole = replica(options)
         added.append(whole - serving)
         trainer.append(peft(options))

@@ -86,4 +86,5 @@ def our_flags(backbone: Backbone, threads: int) -> Inputs:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "packed": load_settings().model.packed,
+        "glibc_tunables": os.environ.get("GLIBC_TUNABLES", ""),
     }
