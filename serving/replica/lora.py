@@ -216,7 +216,8 @@ class LinearGroup:
         if mode.tile:
             self._add_each(flat, out, worn)
             return y
-        if worn.by_place is not None:
+        # Not for many tokens: the results by place are large, and new memory for them costs more than they save.
+        if worn.by_place is not None and len(flat) <= FP32_TOKENS:
             out += self._each_for_its_own(flat, worn.low, worn.high, worn.by_place)
             return y
         a, b = self._factors(worn, self.a), self._factors(worn, self.b)
