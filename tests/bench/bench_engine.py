@@ -3,8 +3,9 @@
 ``figures`` holds each name's value (the median of the paired repeats, or what ``inputs`` says), its interval (``low``
 and ``high``: with seven repeats the smallest and the largest, which hold the median in 98 of 100 cases) and the number
 of repeats. Ratios are peer over ours for times, ours over peer for rates: above 1 we are faster. Adapters are r=8 on
-every linear, prompts 40 tokens long where nothing else is said. ``flags`` says how each peer ran, ``inputs`` what
-figures were computed from, ``missing`` which could not be measured, and why.
+every linear, prompts 40 tokens long where nothing else is said. ``invariant_…`` is how many times as long our own step
+takes in the batch-invariant mode. ``flags`` says how each peer ran, ``inputs`` what figures were computed from,
+``missing`` which could not be measured, and why.
 
 Each part runs in a process of its own and hands in what it has after every figure; the rest goes on without it if it
 fails. With ``--only`` the other parts' figures stay as they are in the file.

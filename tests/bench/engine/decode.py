@@ -71,18 +71,21 @@ PLAIN = (
 def measure(report: Report, options: Options) -> None:
     """All of it; a vLLM that does not run costs its figures alone."""
     folder = pull(load_settings())
-    ours = Ours(options.threads, rows=ROWS)
+    ours = Ours.load(options.threads, rows=ROWS)
+    twin = ours.batch_invariant()
     versions = random_versions(ours.backbone, 8)
     for place, weights in enumerate(versions):
         ours.engine.write(place, weights)
     for row in range(ROWS):
         ours.prefill(row, row % 8, PROMPT)
+        twin.prefill(row, row % 8, PROMPT)
     report.flag("ours", our_flags(ours.backbone, options.threads))
     with tempfile.TemporaryDirectory() as scratch:
         saved = {name: Path(scratch, name) for name in ADAPTERS}
         for path, weights in zip(saved.values(), versions, strict=False):
             save_peft(path, weights, base_model=str(folder))
         beside_peft(report, options, ours, PeftPeer(folder, ours.backbone.dtype, saved[ADAPTERS[0]]))
+        cost_of_invariance(report, options, ours, twin)
         for batches, adapters in ((PLAIN, {}), (ADAPTED, saved)):
             names = [batch.name for batch in batches] + ["prefill_vllm"] * bool(adapters)
             try:
@@ -107,6 +110,21 @@ def beside_peft(report: Report, options: Options, ours: Ours, peer: PeftPeer) ->
     report.add(Figure.of("decode_eight_b32", found))
     found = pairs(options.repeats, lambda: ours.prefill(0, 0, LONG_PROMPT), lambda: peer.prefill(LONG_PROMPT))
     report.add(Figure.of("prefill_peft", found))
+
+
+def cost_of_invariance(report: Report, options: Options, ours: Ours, twin: Ours) -> None:
+    """How many times as long a step takes in the batch-invariant mode."""
+    positions = range(PROMPT, PROMPT + STEPS)
+
+    def decode(rows: int) -> list[float]:
+        return pairs(
+            options.repeats, lambda: ours.decode([0] * rows, positions), lambda: twin.decode([0] * rows, positions)
+        )
+
+    for rows in (1, 8, 32):
+        report.add(Figure.of(f"invariant_decode_b{rows}", decode(rows)))
+    found = pairs(options.repeats, lambda: ours.prefill(0, 0, LONG_PROMPT), lambda: twin.prefill(0, 0, LONG_PROMPT))
+    report.add(Figure.of("invariant_prefill", found))
 
 
 Asked = Callable[[VllmPeer], float]

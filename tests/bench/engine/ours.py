@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from infra.settings import Settings, load_settings
 from serving.model import Decode, Draw, Prefill, SamplingParams, StepPlan
 from serving.replica.backbone import Backbone
 from serving.replica.build import load_engine
+from serving.replica.engine import TorchEngine
 from tests.bench.engine.figures import Inputs
 from tests.bench.engine.options import RANK
 
@@ -33,9 +35,28 @@ def bench_settings(threads: int, **replica: object) -> Settings:
 class Ours:
     """The engine, stepped by hand, with a prompt's KV in each of its rows."""
 
-    def __init__(self, threads: int, *, rows: int = 32) -> None:
-        self.engine = load_engine(bench_settings(threads, rows=rows))
-        assert self.engine.shape.rows == rows, "the machine's memory is too small"
+    def __init__(self, engine: TorchEngine) -> None:
+        self.engine = engine
+
+    @classmethod
+    def load(cls, threads: int, *, rows: int = 32) -> Self:
+        """Load the product's engine with so many rows."""
+        engine = load_engine(bench_settings(threads, rows=rows))
+        assert engine.shape.rows == rows, "the machine's memory is too small"
+        return cls(engine)
+
+    def batch_invariant(self) -> Self:
+        """Return one in the batch-invariant mode on the same backbone, whose places are empty then."""
+        shape = self.engine.shape
+        twin = TorchEngine(
+            self.backbone,
+            rows=shape.rows,
+            max_total_tokens=shape.max_total_tokens,
+            places=shape.places,
+            max_rank=self.backbone.groups[0].rank,
+            batch_invariant=True,
+        )
+        return type(self)(twin)
 
     @property
     def backbone(self) -> Backbone:

@@ -50,7 +50,7 @@ def tokens_of(batch: Sequence[TokenRow]) -> int:
 def measure(report: Report, options: Options) -> None:
     """All of it."""
     folder = pull(load_settings())
-    ours = Ours(options.threads)
+    ours = Ours.load(options.threads)
     base = random_versions(ours.backbone, 1)[0]
     ours.engine.write(0, base)
     for row in range(BESIDE):
