@@ -112,10 +112,10 @@ class ReplicaMetrics(RequestMetrics):
         )
         self.kv_used_ratio = Gauge("collm_kv_used_ratio", "Share of KV rows in use", registry=registry)
         self.prefix_looked_up_tokens = Counter(
-            "collm_prefix_looked_up_tokens", "Prompt tokens of requests that began", registry=registry
+            "collm_prefix_looked_up_tokens", "Prompt tokens of requests that began", ["adapter"], registry=registry
         )
         self.prefix_hit_tokens = Counter(
-            "collm_prefix_hit_tokens", "Of them, those whose KV was there already", registry=registry
+            "collm_prefix_hit_tokens", "Of them, those whose KV was there already", ["adapter"], registry=registry
         )
         self.prefix_kept_tokens = Gauge(
             "collm_prefix_kept_tokens", "KV positions that free rows hold for prompts to come", registry=registry

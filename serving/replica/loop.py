@@ -254,8 +254,9 @@ class Replica:
         now_s = self.clock.monotonic()
         for request_id, event in events:
             if isinstance(event, Started):
-                self.metrics.prefix_looked_up_tokens.inc(event.prompt_tokens)
-                self.metrics.prefix_hit_tokens.inc(event.reused_tokens)
+                adapter = "" if event.version is None else event.version.adapter
+                self.metrics.prefix_looked_up_tokens.labels(adapter).inc(event.prompt_tokens)
+                self.metrics.prefix_hit_tokens.labels(adapter).inc(event.reused_tokens)
             elif isinstance(event, Finished | Failed):
                 slo = self._slos.pop(request_id)
                 if isinstance(event, Finished):

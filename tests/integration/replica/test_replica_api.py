@@ -298,8 +298,8 @@ async def test_metrics_show_what_prompts_share(http: httpx.AsyncClient) -> None:
     for _ in range(2):
         await http.post("/generate", json={**payload(), "inputs": "x" * 40})
     metrics = (await http.get("/metrics")).text
-    assert "collm_prefix_looked_up_tokens_total 80.0" in metrics
-    assert "collm_prefix_hit_tokens_total 39.0" in metrics
+    assert 'collm_prefix_looked_up_tokens_total{adapter="code"} 80.0' in metrics
+    assert 'collm_prefix_hit_tokens_total{adapter="code"} 39.0' in metrics
 
 
 class BrokenTokenizer(FakeTokenizer):
