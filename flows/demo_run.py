@@ -32,6 +32,10 @@ SWITCH_S, END_S, MIN_GAP_S = 4.0, 50.0, 8.0
 """Allowed for bringing the fleet into a window's state, for the end of the run, for scores at least."""
 LAST_S = 30.0
 """For measuring what is left at the end, however late it is."""
+SLOW_RPS, SLOW_PART, SPEED_POWER = 3.2, 0.76, 1.75
+"""A fleet of this capacity trains this part of the settings' tokens in 85 s beside the load; twice the capacity trains
+2 ** SPEED_POWER as much, since training takes what is left. Measured on two kinds of CPU."""
+MOST_TIMES = 8.0
 KINDS: Mapping[str, Kind] = {"S": "static", "C": "collm"}
 
 
@@ -85,6 +89,7 @@ class Run:
         await self.fleet.static(settle_s=self.options.settle_s)
         load = await self.fit(load)
         capacity = await self.calibrate(load)
+        await self.size_rounds(capacity)
         window = self.scale(load, capacity)
         calls = load.calls(window)
         watching = asyncio.create_task(self.watch.run())
@@ -144,6 +149,14 @@ class Run:
         levels = ", ".join(f"{x.concurrency}: {x.rate:.2f}/s ({x.attainment:.0%} in SLO)" for x in capacity.levels)
         self.screen.say(f"capacity {capacity.rate:.2f} requests/s within the SLO; in flight: {levels}")
         return capacity
+
+    async def size_rounds(self, capacity: Capacity) -> None:
+        """Choose the tokens of every round, so that training reaches into the second of two C windows."""
+        least = self.site.settings.rounds.tokens
+        tokens = round_tokens(least, capacity.rate)
+        if tokens > least:
+            await self.schedule.set_tokens(tokens)
+        self.screen.say(f"each client trains {tokens} tokens in a round")
 
     def scale(self, load: Load, capacity: Capacity) -> Window:
         """Cut the window that offers the wanted share of the capacity, and say so."""
@@ -267,6 +280,12 @@ class Run:
         """Put the fleet on the screen while a window plays."""
         if self.progress is not None:
             self.progress.beats(beats)
+
+
+def round_tokens(least: int, capacity_rps: float) -> int:
+    """Return the tokens that a client of a fleet of that capacity is asked for: at least ``least``."""
+    times = SLOW_PART * (capacity_rps / SLOW_RPS) ** SPEED_POWER
+    return int(least * min(max(times, 1.0), MOST_TIMES))
 
 
 def by_client(ce: Mapping[str, float]) -> str:

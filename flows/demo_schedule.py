@@ -58,23 +58,33 @@ class RoundSchedule:
             await self._post(f"deployments/{deployment}/resume_deployment")
             await self._post(f"deployments/{deployment}/create_flow_run", {})
 
+    async def set_tokens(self, tokens: int) -> None:
+        """Have every round from now on ask its clients for that many tokens."""
+        await self.deployments()
+        for deployment, parameters in (await self._found()).items():
+            await self._ask("PATCH", f"deployments/{deployment}", {"parameters": {**parameters, "tokens": tokens}})
+
     async def deployments(self) -> list[str]:
         """Return the ids of the flow's deployments. Raises ``ScheduleFailed`` if there is none."""
-        ids = await self._found()
+        ids = list(await self._found())
         if not ids:
             raise ScheduleFailed(f"Prefect knows no deployment of the flow {FLOW}")
         return ids
 
-    async def _found(self) -> list[str]:
+    async def _found(self) -> dict[str, dict[str, Any]]:
+        """Return the parameters of each deployment, by id."""
         found = await self._post("deployments/filter", {"flows": {"name": {"any_": [FLOW]}}})
-        return [str(item["id"]) for item in found] if isinstance(found, list) else []
+        return {str(item["id"]): item.get("parameters") or {} for item in found} if isinstance(found, list) else {}
 
     async def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        return await self._ask("POST", path, body)
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         """Return the answer's JSON; what is asked here may be repeated, so a Prefect that is busy is asked again."""
         last = ""
         for _ in range(TRIES):
             try:
-                answer = await self._http.post(path, json=body)
+                answer = await self._http.request(method, path, json=body)
             except httpx.TransportError as e:
                 last = repr(e)
             else:

@@ -29,7 +29,7 @@ BUSY_POLL_S = 5.0
 """While a run goes on: then what is due is only left out, and a person's wish to cancel can wait a little."""
 AT_ONCE = 10
 """Runs that one poll takes up at most; after a long absence many are due, and the server cancels all but one."""
-HostedFlow = Flow[[str, str | None], Coroutine[object, object, State[dict[str, str]]]]
+HostedFlow = Flow[[str, str | None, int | None], Coroutine[object, object, State[dict[str, str]]]]
 log = structlog.get_logger()
 
 

@@ -43,6 +43,11 @@ def fixed_size(settings: RoundSettings, fleet: Fleet) -> RoundSize:
     return RoundSize(tokens=settings.tokens, rows_per_step=settings.rows_per_step)
 
 
+def size_of(tokens: int) -> Sizer:
+    """Return a sizer that asks for that many tokens, whatever the settings say."""
+    return lambda settings, fleet: RoundSize(tokens=tokens, rows_per_step=settings.rows_per_step)
+
+
 def ready(fleet: Fleet, backbone: str) -> list[ReplicaRecord]:
     """Return the replicas that an adapter of this backbone concerns: ready and on it."""
     return [record for record, beat in fleet if beat.ready and record.backbone == backbone]

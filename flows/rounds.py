@@ -5,13 +5,14 @@ round goes on with it, whatever became of the run before. One process at a time 
 """
 
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Annotated, assert_never
 
 import structlog
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
+from pydantic import Field
 
 from db import adapters
 from db.records import AdapterName, AdapterRecord, RoundId, RoundRecord, RoundState
@@ -20,7 +21,7 @@ from flows.decision import GateDecision
 from flows.journal import Journal, PrefectJournal
 from flows.moves import abort, begin, move, release
 from flows.pace import Paused, watched
-from flows.plan import Sizer, fixed_size
+from flows.plan import Sizer, fixed_size, size_of
 from flows.round_state import is_final
 from flows.site import Site, open_site
 from infra import log as logging
@@ -28,6 +29,7 @@ from infra.errors import CollmError, NotEnoughClients, RoundTaken, VersionConfli
 from infra.settings import load_settings
 
 log = structlog.get_logger()
+Tokens = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +42,21 @@ class Outcome:
 
 
 @flow(name="federated-round", flow_run_name="{adapter}")
-async def federated_round(adapter: str, round_id: str | None = None) -> State[dict[str, str]]:
-    """Carry out the adapter's next round, or go on with the unfinished one; ``round_id`` names a certain one."""
+async def federated_round(
+    adapter: str, round_id: str | None = None, tokens: Tokens | None = None
+) -> State[dict[str, str]]:
+    """Carry out the adapter's next round, or go on with the unfinished one; ``round_id`` names a certain one.
+
+    ``tokens``: that each client trains, where it is not to be ``COLLM_ROUNDS__TOKENS``.
+    """
     settings = load_settings()
     logging.configure(settings)
     name = AdapterName(adapter)
     async with open_site(settings) as site:
         journal = PrefectJournal(name, mlflow_url=settings.mlflow_public_url or settings.mlflow_url)
-        return final_state(await run_round(site, journal, name, None if round_id is None else RoundId(round_id)))
+        sizer = fixed_size if tokens is None else size_of(tokens)
+        wanted = None if round_id is None else RoundId(round_id)
+        return final_state(await run_round(site, journal, name, wanted, sizer=sizer))
 
 
 def final_state(outcome: Outcome) -> State[dict[str, str]]:

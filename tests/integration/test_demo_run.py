@@ -40,7 +40,7 @@ from db.session import Database
 from flows.demo_fleet import DemoFleet
 from flows.demo_quality import Quality, Served
 from flows.demo_report import make_report
-from flows.demo_run import Options, Run
+from flows.demo_run import Options, Run, round_tokens
 from flows.demo_schedule import RoundSchedule, ScheduleFailed
 from flows.demo_screen import Screen
 from flows.site import Site
@@ -491,6 +491,26 @@ async def test_a_round_that_does_not_finish_is_aborted_and_its_local_versions_go
     assert latest.state is RoundState.ABORTED
     assert {replica.name: replica.stopped for replica in fleet.replicas} == {c: [opened.id] for c in opened.clients}
     assert fleet.replicas[1].active == "uid-1"
+
+
+async def test_the_schedule_gets_the_tokens_of_its_rounds_beside_what_it_has() -> None:
+    asked: list[tuple[str, str, object]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append((request.method, request.url.path, json.loads(request.content)))
+        if request.url.path.endswith("filter"):
+            return httpx.Response(200, json=[{"id": "d", "parameters": {"adapter": "code"}}])
+        return httpx.Response(204)
+
+    async with RoundSchedule("http://prefect/api", transport=httpx.MockTransport(answer)) as schedule:
+        await schedule.set_tokens(900)
+    assert asked[-1] == ("PATCH", "/api/deployments/d", {"parameters": {"adapter": "code", "tokens": 900}})
+
+
+def test_a_faster_fleet_trains_more_in_a_round() -> None:
+    assert [round_tokens(512, rps) for rps in (0.1, 3.2)] == [512, 512]
+    assert 850 < round_tokens(512, 5.27) < 1000
+    assert round_tokens(512, 1e6) == 8 * 512
 
 
 async def test_prefect_is_asked_again_while_busy_and_its_refusal_is_told() -> None:

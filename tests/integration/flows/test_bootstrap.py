@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 
 from adapters.memory import MemoryStore, MemoryUpdateStore
 from adapters.model import LoraWeights
@@ -20,6 +21,7 @@ from db.tables import OutboxRow
 from flows import control, status
 from flows.bootstrap import Backbone, bootstrap
 from flows.bootstrap import main as first_version
+from flows.demo_schedule import RoundSchedule
 from flows.outbox import moved_aliases, project
 from infra.clock import ManualClock
 from infra.errors import ConfigError, RegistryUnavailable, UnknownVersion
@@ -186,6 +188,24 @@ async def test_pausing_and_resuming_reach_postgres_and_the_schedule(world: "Worl
     async with get_client() as client:
         run = await client.read_flow_run(run_id)  # type: ignore[arg-type]
     assert run.deployment_id == deployment_id
+
+
+async def test_the_demo_sizes_the_rounds_of_a_real_schedule(world: "World") -> None:
+    from flows.rounds import federated_round
+
+    deployment = await federated_round.ato_deployment(name=CODE, interval=3600, parameters={"adapter": CODE})
+    deployment_id = await deployment.aapply()
+    mine = DeploymentFilter(id=DeploymentFilterId(any_=[deployment_id]))
+    async with get_client() as client, RoundSchedule(world.settings.prefect_api_url) as schedule:
+        before = {run.id for run in await client.read_flow_runs(deployment_filter=mine)}
+        await schedule.set_tokens(700)
+        await schedule.resume()
+        found = await client.read_deployment(deployment_id)
+        runs = [run for run in await client.read_flow_runs(deployment_filter=mine) if run.id not in before]
+    assert found.parameters == {"adapter": CODE, "tokens": 700}
+    assert [schedule.active for schedule in found.schedules] == [True]
+    assert runs
+    assert {run.parameters["tokens"] for run in runs} == {700}
 
 
 def test_two_projections_at_once_keep_the_order(database: Database) -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pyte
 
 
 @flow(name="hosted")
-async def hosted(adapter: str, round_id: str | None = None) -> State[dict[str, str]]:
+async def hosted(adapter: str, round_id: str | None = None, tokens: int | None = None) -> State[dict[str, str]]:
     """Do what the parameter says."""
     if adapter == "sleep":
         await asyncio.sleep(60)
