@@ -39,7 +39,12 @@ def parser() -> argparse.ArgumentParser:
         "fine-tuning, write report.json and report.html, stop everything. Takes about ten minutes on two cores.",
     )
     found.add_argument("--keep", action="store_true", help="leave the cluster running after the report, until Ctrl-C")
-    found.add_argument("--data", type=Path, metavar="DIR", help="fine-tune on the full published sets in DIR")
+    found.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="fine-tune on the full published sets in DIR (its files: see infra/data/README.md)",
+    )
     found.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where the reports go (default: here)")
     found.add_argument("--windows", default="SCCSCC", metavar="ORDER", help="S and C in order (default: SCCSCC)")
     found.add_argument("--window-s", type=float, default=45.0, metavar="SECONDS", help="length of a window")

@@ -32,10 +32,11 @@ SWITCH_S, END_S, MIN_GAP_S = 4.0, 50.0, 8.0
 """Allowed for bringing the fleet into a window's state, for the end of the run, for scores at least."""
 LAST_S = 30.0
 """For measuring what is left at the end, however late it is."""
-SLOW_RPS, SLOW_PART, SPEED_POWER = 3.2, 0.76, 1.75
-"""A fleet of this capacity trains this part of the settings' tokens in 85 s beside the load; twice the capacity trains
-2 ** SPEED_POWER as much, since training takes what is left. Measured on two kinds of CPU."""
-MOST_TIMES = 8.0
+TRAINED = {"float32": (1.0, 3.2)}
+TRAINED_SHORT = (3.0, 4.4)
+"""How many times the settings' tokens a round asks for, and the fleet's capacity (requests per second) at which it trains
+them in one to two windows beside the load: by type of the backbone, measured on a CPU without and one with bfloat16."""
+MOST_FASTER = 4.0
 KINDS: Mapping[str, Kind] = {"S": "static", "C": "collm"}
 
 
@@ -49,7 +50,7 @@ class Options:
     """Offered over measured capacity."""
     total_s: float = 580.0
     """For everything, the cluster's start included: what windows leave of it goes to scores."""
-    settle_s: float = 45.0
+    settle_s: float = 60.0
     """For a round that runs when a static window is to begin."""
     last_settle_s: float = 75.0
     """For the round that runs when the last window ends."""
@@ -153,7 +154,8 @@ class Run:
     async def size_rounds(self, capacity: Capacity) -> None:
         """Choose the tokens of every round, so that training reaches into the second of two C windows."""
         least = self.site.settings.rounds.tokens
-        tokens = round_tokens(least, capacity.rate)
+        status = next(iter((await self.fleet.statuses()).values()))
+        tokens = round_tokens(least, capacity.rate, status.dtype)
         if tokens > least:
             await self.schedule.set_tokens(tokens)
         self.screen.say(f"each client trains {tokens} tokens in a round")
@@ -282,10 +284,10 @@ class Run:
             self.progress.beats(beats)
 
 
-def round_tokens(least: int, capacity_rps: float) -> int:
-    """Return the tokens that a client of a fleet of that capacity is asked for: at least ``least``."""
-    times = SLOW_PART * (capacity_rps / SLOW_RPS) ** SPEED_POWER
-    return int(least * min(max(times, 1.0), MOST_TIMES))
+def round_tokens(least: int, capacity_rps: float, dtype: str) -> int:
+    """Return the tokens that a client is asked for, by the fleet's capacity and the type it computes in."""
+    times, usual_rps = TRAINED.get(dtype, TRAINED_SHORT)
+    return int(least * times * min(max(capacity_rps / usual_rps, 1.0), MOST_FASTER))
 
 
 def by_client(ce: Mapping[str, float]) -> str:

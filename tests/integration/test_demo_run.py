@@ -508,9 +508,8 @@ async def test_the_schedule_gets_the_tokens_of_its_rounds_beside_what_it_has() -
 
 
 def test_a_faster_fleet_trains_more_in_a_round() -> None:
-    assert [round_tokens(512, rps) for rps in (0.1, 3.2)] == [512, 512]
-    assert 850 < round_tokens(512, 5.27) < 1000
-    assert round_tokens(512, 1e6) == 8 * 512
+    assert [round_tokens(512, rps, "float32") for rps in (0.1, 3.2, 6.4)] == [512, 512, 1024]
+    assert [round_tokens(512, rps, "bfloat16") for rps in (0.1, 4.4, 1e6)] == [1536, 1536, 4 * 1536]
 
 
 async def test_prefect_is_asked_again_while_busy_and_its_refusal_is_told() -> None:
