@@ -34,8 +34,9 @@ LAST_S = 30.0
 """For measuring what is left at the end, however late it is."""
 TRAINED = {"float32": (1.0, 3.2)}
 TRAINED_SHORT = (3.0, 4.4)
-"""How many times the settings' tokens a round asks for, and the fleet's capacity (requests per second) at which it trains
-them in one to two windows beside the load: by type of the backbone, measured on a CPU without and one with bfloat16."""
+"""How many times the settings' tokens a round asks for, and the fleet's capacity (requests per second) at which these
+are trained in one to two windows beside the load, by type of the backbone: of a CPU without bfloat16, and of one with.
+"""
 MOST_FASTER = 4.0
 KINDS: Mapping[str, Kind] = {"S": "static", "C": "collm"}
 
