@@ -314,9 +314,11 @@ def test_training_equals_an_ordinary_loop_of_peft_and_torch(changes: dict[str, o
     work.close()
     assert want.keys() == got.keys()
     for name, tensor in got.items():
-        np.testing.assert_allclose(tensor, want[name], rtol=2e-3, atol=2e-4, err_msg=name)
+        # AdamW divides rounding in a small gradient by that gradient's size: what is left of it grows with the rate.
+        atol = 2e-4 * (task.lr_ratio if ".lora_B." in name else 1)
+        np.testing.assert_allclose(tensor, want[name], rtol=2e-3, atol=atol, err_msg=name)
         far = np.abs(want[name] - base.tensors[name]).max()
-        assert (far > 20 * 2e-4) == is_trained(name, task.factor), "the comparison sees the training"
+        assert (far > 20 * atol) == is_trained(name, task.factor), "the comparison sees the training"
 
 
 def test_micro_batches_add_up_to_the_same_step() -> None:
