@@ -1,9 +1,9 @@
 """The decoder of the Llama kind in a serving step: what transformers computes, in fewer operations and calls.
 
 A decode step of a small model is some two thousand small operations, views included, whose fixed cost on a CPU comes
-near that of reading the weights. Here queries and keys are rotated together, residuals are added within the products, and nothing is passed
-through layers of modules. A model is served by it only where both compute the same, see ``Backbone``; training, and
-every other family, stays with transformers.
+near that of reading the weights. Here queries and keys are rotated together, residuals are added within the products,
+and nothing is passed through layers of modules. A model is served by it only where both compute the same, see
+``Backbone``; training, and every other family, stays with transformers.
 """
 
 from __future__ import annotations
